@@ -1,0 +1,1 @@
+"""The built-in rule pack: one rule, one file. Installed as ``vramlint.rules``."""
